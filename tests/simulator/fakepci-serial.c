@@ -5,7 +5,7 @@
  * QEMU writes a character of a serial port with its global lock held, which the
  * mapping of a BAR holds, too: so a write waits until no BAR is being mapped. The
  * kernel writes with interrupts off: its CPU waits, too. Seen under KVM with QEMU
- * 11.1 (tests/vm/stalls.rs).
+ * 11.1 (tests/guest/halves/stalls.rs).
  *
  * Invariant: a CPU that maps a BAR writes nothing; its own wait would never end.
  */

@@ -10,6 +10,7 @@ use kata_gpu_init::boot::bring_up::deadlines::Limit;
 use kata_gpu_init::machine::interrupts::CpuMask;
 use kata_gpu_init::machine::kernel_console;
 use kata_gpu_init::stream::sinks::console::log_line;
+use kata_gpu_test_guest::halves::console_lines;
 use kata_gpu_wire::names;
 use kata_gpu_wire::record::{Kind, Level, Pong, Record, ping_line};
 use serde_json::Value;
@@ -28,6 +29,10 @@ pub const TESTS: &[VmTest] = &[
     VmTest {
         name: "the_console_is_quiet_during_a_load_that_enables_by_itself",
         run: console_of_a_load,
+    },
+    VmTest {
+        name: "a_line_of_the_agent_waits_for_no_enabling",
+        run: agents_line,
     },
     VmTest {
         name: "a_container_that_can_start_holds_the_lane_as_reported",
@@ -407,6 +412,43 @@ fn console_of_a_load(context: &TestContext) -> Result<Outcome> {
     Ok(Outcome::Measured(format!(
         "{lowered} of {count} samples in the load have the lower level"
     )))
+}
+
+/// One GPU whose BARs take the host nearly as long as the console stays quiet.
+const SLOWEST: &str = "fakepci.gpus=1 fakepci.enable_ms=8000 gpuinit.bind=pipelined";
+
+/// A line to the device itself, in the same enabling, is the control: it waits.
+fn agents_line(context: &TestContext) -> Result<Outcome> {
+    let words = format!("{SLOWEST} testagent.guest=console-lines");
+    let booted = Guest::with(&words).boot(context, "line")?;
+    booted.settles(1, 0)?;
+    let written = |to: &str| {
+        let line = booted.agent(console_lines::MESSAGE, |line| line.get("to") == to)?;
+        ensure!(line.get("error").is_empty(), "{to}: {}", line.get("error"));
+        anyhow::Ok(Span {
+            begin: line.get("from_ns").parse()?,
+            end: line.get("to_ns").parse()?,
+        })
+    };
+    let agents = written(console_lines::AGENTS)?;
+    let devices = written(console_lines::DEVICES)?;
+    let enabling = *enablings(&booted.records())?
+        .first()
+        .context("no enabling")?;
+    let spans = format!("enabling {enabling:?}, agent's line {agents:?}, device's {devices:?}");
+    // The kernel is back some time before the step's end.
+    let waits = |line: Span| 2 * (line.end - line.begin) > enabling.end - line.begin;
+    let begin = [agents, devices].map(|line| line.begin);
+    let during = begin.iter().all(|begin| enabling.has(*begin, *begin));
+    ensure!(during, "no two lines in the enabling: {spans}");
+    ensure!(!waits(agents), "the agent's line waited: {spans}");
+    ensure!(waits(devices), "the device's line did not wait: {spans}");
+    for line in [console_lines::AGENTS, console_lines::DEVICES] {
+        let count = booted.console.text().matches(line).count();
+        // Once as a line, once in the report about it.
+        ensure!(count == 2, "{line:?} is {count} times on the console");
+    }
+    Ok(Outcome::Passed)
 }
 
 fn samples_of(items: &[Item]) -> Vec<&Sample> {

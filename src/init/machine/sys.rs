@@ -233,6 +233,27 @@ pub fn take_manager_lock(control: &OwnedFd, mut gpu: StatusCode) -> nix::Result<
     unsafe { ioctl::nv_status_code(control.as_raw_fd(), &raw mut gpu) }.map(drop)
 }
 
+/// Opens the terminal behind the reader's end of a new pseudo-terminal (TIOCGPTPEER, Linux 4.13);
+/// close-on-exec.
+pub fn terminal_of(reader: &impl AsRawFd) -> nix::Result<OwnedFd> {
+    use nix::libc;
+    let (reader, unlocked): (_, libc::c_int) = (reader.as_raw_fd(), 0);
+    // SAFETY: the kernel reads one number, which outlives the call.
+    Errno::result(unsafe { libc::ioctl(reader, libc::TIOCSPTLCK as _, &raw const unlocked) })?;
+    let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
+    // SAFETY: takes a number.
+    let raw = Errno::result(unsafe { libc::ioctl(reader, libc::TIOCGPTPEER as _, flags) })?;
+    // SAFETY: the call has just made this descriptor, and no other code knows its number.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+/// Redirects what programs write to /dev/console to this terminal; for /dev/console itself, ends
+/// that (TIOCCONS).
+pub fn redirect_console(to: &impl AsRawFd) -> nix::Result<()> {
+    // SAFETY: takes no argument.
+    Errno::result(unsafe { nix::libc::ioctl(to.as_raw_fd(), nix::libc::TIOCCONS as _) }).map(drop)
+}
+
 /// Commands of the device mapper (DM_DEV_CREATE and so on in dm-ioctl.h).
 #[derive(Clone, Copy, Debug)]
 pub enum DeviceMapper {

@@ -1,6 +1,6 @@
 //! Guest halves of VM tests: run by the test agent for `testagent.guest=NAME`, in the guest.
 
-use super::{extensions, hot_plug_loop, hot_plug_soak, liar, script, stalls};
+use super::{console_lines, extensions, hot_plug_loop, hot_plug_soak, liar, script, stalls};
 use crate::agent::{cdi, log};
 use kata_gpu_init::machine::clock::boottime_ns;
 use std::path::Path;
@@ -19,6 +19,7 @@ pub const GUEST_HALVES: &[(&str, fn())] = &[
     ("hot-plug-soak", hot_plug_soak::run),
     ("hot-plug-loop", hot_plug_loop::run),
     ("samples", samples),
+    ("console-lines", console_lines::run),
     ("clocks", clocks),
     ("extensions", extensions::report),
     ("late-disks", extensions::late_disks),
@@ -231,15 +232,10 @@ const INTERRUPTS: &str = "/proc/irq";
 /// masks to the console, with the times before and after the look. Each sample also opens the
 /// init's executable, as a hook does, so that the init has a record to write.
 ///
-/// Stays on the first CPU: a sleep that began on the lane's would end with the enabling.
+/// The lines go to the console's device: nothing keeps them back while a GPU is enabled.
 fn samples() {
-    let mut first = nix::sched::CpuSet::new();
-    let pinned = first
-        .set(0)
-        .and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &first));
-    if let Err(errno) = pinned {
-        log::error("samples", &[("error", &format!("stay on CPU 0: {errno}"))]);
-    }
+    on_first_cpu();
+    console_lines::write_to_device();
     let settled = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&settled);
     std::thread::spawn(move || {
@@ -285,6 +281,18 @@ fn samples() {
         }
         last = masks;
         std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
+/// Keeps the calling thread on the first CPU: a sleep that began on the lane's would end with the
+/// enabling.
+pub fn on_first_cpu() {
+    let mut first = nix::sched::CpuSet::new();
+    let pinned = first
+        .set(0)
+        .and_then(|()| nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &first));
+    if let Err(errno) = pinned {
+        log::error("stay on CPU 0", &[("error", &errno.to_string())]);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Guest halves of the VM tests, which run in the guest; their host halves are in tests/vm.
 
 mod census;
+pub mod console_lines;
 pub mod extensions;
 pub mod forge;
 pub mod guest;

@@ -120,8 +120,6 @@ pub async fn run(
     fleet.follow(sources).await;
 }
 
-/// Mount point of procfs.
-const PROC: &str = "/proc";
 /// From the loss of uevents to the scan that makes up for them: a flood that overruns the socket
 /// again and again costs one scan in this time.
 const RESCAN_AFTER: Duration = Duration::from_millis(100);
@@ -257,7 +255,7 @@ impl Fleet {
             config: config.clone(),
             lane: Arc::new(Lane::new(
                 sysfs.clone(),
-                Path::new(PROC),
+                Path::new("/"),
                 machine.spare,
                 machine.gate,
                 After(vec![looked]),

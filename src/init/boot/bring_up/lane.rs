@@ -14,6 +14,7 @@ use crate::machine::threads;
 use crate::machine::threads::Panicked;
 use crate::step;
 use crate::stream::sinks::console::Gate;
+use crate::stream::sinks::redirect::Redirect;
 use crate::stream::{After, RunningStep, StepId};
 use kata_gpu_wire::names;
 use kata_gpu_wire::pci_address::PciAddress;
@@ -33,8 +34,8 @@ const TICK: Duration = Duration::from_millis(10);
 /// The lane, shared by all GPUs' tasks.
 pub struct Lane {
     sysfs: PciSysfs,
-    /// Mount point of procfs.
-    proc: PathBuf,
+    /// Parent of the mount points of procfs and devtmpfs.
+    root: PathBuf,
     gate: Gate,
     state: Mutex<State>,
 }
@@ -52,20 +53,22 @@ struct State {
     /// Count of works under way that keep the console quiet, and the kernel's level to restore.
     enabling: u32,
     quiet: Option<Quiet>,
+    /// Terminal for the agent's lines meanwhile, from the first such work to the last.
+    redirect: Option<Redirect>,
 }
 
 impl Lane {
-    /// A lane whose first enabling comes after these steps. `proc`: mount point of procfs.
+    /// A lane whose first enabling comes after these steps. `root`: parent of `proc` and `dev`.
     pub fn new(
         sysfs: PciSysfs,
-        proc: &Path,
+        root: &Path,
         spare: Option<Spare>,
         gate: Gate,
         after: After,
     ) -> Self {
         Self {
             sysfs,
-            proc: proc.into(),
+            root: root.into(),
             gate,
             state: Mutex::new(State {
                 spare,
@@ -75,6 +78,7 @@ impl Lane {
                 last: None,
                 enabling: 0,
                 quiet: None,
+                redirect: None,
             }),
         }
     }
@@ -151,6 +155,7 @@ impl Lane {
     pub fn over(&self) {
         let mut state = self.lock();
         drop((state.spare.take(), state.cpu.take()));
+        state.redirect = state.redirect.take().filter(|_| state.enabling > 0);
     }
 
     /// Keeps the driver's threads that initialise GPUs off the lane's vCPU.
@@ -207,8 +212,8 @@ impl Lane {
     }
 }
 
-/// Keeps the console silent until dropped: the kernel's lines stay in its log, the init's come
-/// afterwards.
+/// Keeps the console silent until dropped: the kernel's lines stay in its log, the init's and the
+/// agent's come afterwards.
 struct ConsoleQuiet<'a>(&'a Lane);
 
 impl<'a> ConsoleQuiet<'a> {
@@ -218,7 +223,13 @@ impl<'a> ConsoleQuiet<'a> {
         if state.enabling == 1 {
             lane.gate.hold();
             // A level that cannot be set costs a line on the console.
-            state.quiet = kernel_console::quiet(&lane.proc).ok().flatten();
+            state.quiet = kernel_console::quiet(&lane.root.join("proc"))
+                .ok()
+                .flatten();
+            // So does an agent that has mounted no pseudo-terminals yet.
+            let start = || Redirect::start(&lane.root.join("dev"), lane.gate.clone()).ok();
+            state.redirect = state.redirect.take().or_else(start);
+            let _unused = state.redirect.as_ref().map(Redirect::begin);
         }
         Self(lane)
     }
@@ -230,6 +241,7 @@ impl Drop for ConsoleQuiet<'_> {
         state.enabling -= 1;
         if state.enabling == 0 {
             drop(state.quiet.take());
+            let _unused = state.redirect.as_ref().map(Redirect::end);
             self.0.gate.release();
         }
     }
@@ -295,8 +307,9 @@ mod tests {
         let gpu: PciAddress = "0001:00:03.0".parse().unwrap();
         let function = folder.path().join(format!("bus/pci/devices/{gpu}"));
         std::fs::create_dir_all(&function).unwrap();
-        std::fs::create_dir_all(folder.path().join("sys/kernel")).unwrap();
-        let printk = folder.path().join("sys/kernel/printk");
+        let settings = folder.path().join("proc/sys/kernel");
+        std::fs::create_dir_all(&settings).unwrap();
+        let printk = settings.join("printk");
         std::fs::write(&printk, "7\t4\t1\t7\n").unwrap();
         // An enabling that lasts until the FIFO is read.
         let enable = function.join("enable");

@@ -9,10 +9,11 @@
 //!
 //! While a GPU is enabled on a real host, a line on the console spins a vCPU until the VMM is free
 //! again. The thread therefore stops at a [`Gate`] before each line. Invariants of the gate:
-//! nothing is lost by it (lines wait in the ring, which counts dropped ones), the order stays, no
-//! line waits longer than [`LONGEST_HOLD`] if a holder forgets the release, and no other writer of
-//! the console uses it (the init's own last words, the kernel, the agent). A line that is being
-//! written when the gate closes is written to its end.
+//! nothing is lost by it (lines wait in the ring, which counts dropped ones), the order stays, and
+//! no line waits longer than [`LONGEST_HOLD`] if a holder forgets the release. The init's own last
+//! words and the kernel do not use it, and of other programs only the lines that
+//! [`redirect`](super::redirect) redirects. A line that is being written when the gate closes is
+//! written to its end.
 
 use crate::machine::clock::{boottime_ns, realtime_ns};
 use crate::machine::threads;
@@ -69,7 +70,7 @@ impl Gate {
     /// Blocks the thread until the gate is open. `since` is the time of the first stop with
     /// unwritten lines, over several holds; after the longest hold from then on, the gate is opened
     /// here.
-    fn pass(&self, since: &mut Option<Instant>) {
+    pub(super) fn pass(&self, since: &mut Option<Instant>) {
         let mut closed = self.lock();
         while *closed {
             let left = self
