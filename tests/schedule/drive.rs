@@ -32,6 +32,8 @@ pub struct Overhead {
     pub publish: Micros,
     /// The driver's files, behind the load.
     pub files: Micros,
+    /// From a bind to the GPU's node: of the first GPU, beside the loads, and of each other one.
+    pub node: [Micros; 2],
 }
 
 impl Overhead {
@@ -40,6 +42,7 @@ impl Overhead {
         report: 2_000,
         publish: 3_000,
         files: 100_000,
+        node: [0; 2],
     };
 }
 
@@ -404,8 +407,13 @@ impl<'h> Guest<'h> {
     }
 
     fn soon(&mut self, action: Action) {
+        self.soon_after(0, action);
+    }
+
+    /// Like `soon`, once work has taken this time.
+    fn soon_after(&mut self, work: Micros, action: Action) {
         let later = self.random.u64(0..=self.overhead.report);
-        self.at(self.world.now() + later, action);
+        self.at(self.world.now() + work + later, action);
     }
 
     /// Hears all that has happened.
@@ -522,7 +530,11 @@ impl<'h> Guest<'h> {
                 self.soon(Action::Report(schedule::Fact::Failed(id(self, k))));
             }
             Fact::Probed(k, true) => self.soon(Action::Look(id(self, k))),
-            Fact::Looked(k) => self.soon(Action::Bound(id(self, k))),
+            Fact::Looked(k) => {
+                let is_first = self.run.bound.iter().all(Option::is_none);
+                let node = self.overhead.node[usize::from(!is_first)];
+                self.soon_after(node, Action::Bound(id(self, k)));
+            }
             Fact::Attached(_) => {}
             Fact::Seen(k) => self.soon(Action::Report(schedule::Fact::Attached(id(self, k)))),
             Fact::Initialised(k, well) => {

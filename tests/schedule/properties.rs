@@ -165,6 +165,7 @@ impl Case {
             report,
             publish,
             files,
+            node: [files, publish],
         };
         let policy = Policy {
             bind,

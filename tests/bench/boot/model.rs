@@ -55,7 +55,8 @@ fn micros(ms: &Value) -> Result<Micros> {
 }
 
 /// Steps of our init that the model takes as they were, in ms: end of the scan, loads of nvidia and
-/// nvidia-uvm, and the look at the driver's files behind these. Null for another init.
+/// nvidia-uvm, the look at the driver's files behind these, and from a bind to the GPU's node, of
+/// the first GPU and in the median of the others. Null for another init.
 pub fn steps(records: &[Record], start_ns: u64) -> Value {
     let one = |name: &str, module: Option<&str>| {
         let spans = spans(records, name).ok()?;
@@ -70,11 +71,22 @@ pub fn steps(records: &[Record], start_ns: u64) -> Value {
         let nvidia = one(names::MODULE_LOAD, Some("nvidia"))?;
         let uvm = one(names::MODULE_LOAD, Some("nvidia_uvm"))?;
         let files = one(names::DRIVER_FILES, None)?;
+        let mut nodes = spans(records, names::GPU_NODES).ok()?.into_iter();
+        let mut node = || {
+            let (_, end) = nodes.next()?;
+            let mut bound = records.iter().filter(|r| r.name == names::GPU_BOUND);
+            let bound = bound.find(|r| r.gpu == end.gpu)?;
+            Some(ms(bound.boottime_ns, end.boottime_ns))
+        };
+        let first = node()?;
+        let mut others: Vec<f64> = std::iter::from_fn(node).collect();
+        others.sort_by(f64::total_cmp);
+        let other = others.get(others.len() / 2).copied().unwrap_or(first);
         let took = |(begin, end): (&Record, &Record)| ms(begin.boottime_ns, end.boottime_ns);
         Some(
             json!({ "scanned": ms(start_ns, scan.1.boottime_ns), "nvidia": took(nvidia),
             "uvm": ms(nvidia.1.boottime_ns, uvm.1.boottime_ns),
-            "files": ms(uvm.1.boottime_ns, files.1.boottime_ns) }),
+            "files": ms(uvm.1.boottime_ns, files.1.boottime_ns), "node": [first, other] }),
         )
     };
     steps().unwrap_or_default()
@@ -124,6 +136,7 @@ pub fn predict(
     ];
     let overhead = Overhead {
         files: micros(&steps["files"])?,
+        node: [micros(&steps["node"][0])?, micros(&steps["node"][1])?],
         ..Overhead::USUAL
     };
     let run = drive::drive(&host, drive::policy(GPUS, vcpus), &containers, overhead, 1);
