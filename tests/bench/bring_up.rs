@@ -41,6 +41,8 @@ struct Host {
 const PARTS: [u64; 3] = [300, 1300, 500];
 const PROBE: u64 = 3;
 
+/// A driver whose open is the whole initialisation: nobody sees the end of its first part.
+const OLD: &str = "nvidia.version=535.230.02";
 /// Parameters of a driver that initialises in the probe.
 const IN_PROBE: &str = "nvidia.version=595.45.04 nvidia.NVreg_GpuInitOnProbe=1";
 
@@ -99,7 +101,7 @@ const HOSTS: &[Host] = &[
         enable: 3,
         firewall: 0,
         relaxed: false,
-        words: "nvidia.version=535.230.02",
+        words: OLD,
         apart: false,
     },
     // Blocking opens in a pipeline: S1 of one beside nothing, the rest of it beside the next one's
@@ -109,7 +111,7 @@ const HOSTS: &[Host] = &[
         enable: 3300,
         firewall: 0,
         relaxed: false,
-        words: "nvidia.version=535.230.02",
+        words: OLD,
         apart: true,
     },
     // Does it gain anything to let probes initialise? Each of these with and without.
@@ -157,6 +159,7 @@ impl Host {
             probe: PROBE,
             parts: PARTS.map(at),
             relaxed: self.relaxed,
+            sees_attach: self.words != OLD,
         };
         let [s1, s2, s3] = times.parts;
         let Times {
@@ -180,6 +183,7 @@ struct Times {
     probe: u64,
     parts: [u64; 3],
     relaxed: bool,
+    sees_attach: bool,
 }
 
 impl Times {
@@ -205,6 +209,7 @@ impl Times {
         };
         let host = locks::Host {
             relaxed: self.relaxed,
+            sees_attach: self.sees_attach,
             vcpus: 2,
             ..locks::Host::of(n as usize, times)
         };

@@ -14,6 +14,7 @@ mod bound;
 use super::locks::{At, Host, Micros, Order, Wait, World};
 use super::policies::probing;
 use bound::least;
+use kata_gpu_init::boot::bring_up::deadlines::Limit;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -24,7 +25,8 @@ pub enum Rule {
     /// second enabling. No enabling begins inside an S3 with accesses to come.
     NothingSpins,
     /// The same, and no enabling begins inside an S3 at all: nothing shows a guest where in it the
-    /// accesses are.
+    /// accesses are. Where it does not see the end of an S1, none begins for as long as the init
+    /// assumes ([`Limit::Attach`]).
     AsSeen,
     /// No enabling begins inside an S1.
     NoneInsideS1,
@@ -42,6 +44,9 @@ pub struct Found {
     pub bound: Micros,
     pub visited: usize,
 }
+
+/// Spreads a time over the bits of a key.
+const MIXER: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
 
 /// Keys are hashes already.
 #[derive(Default)]
@@ -130,7 +135,8 @@ impl Search {
         if self.visited >= self.most || world.now() + least(world, self.rule) >= self.best {
             return;
         }
-        let key = world.shape() ^ turn as u128;
+        let assumed = self.assumed(world);
+        let key = world.shape() ^ turn as u128 ^ MIXER.wrapping_mul(assumed.into());
         let seen = self.seen.entry(key).or_insert(Micros::MAX);
         if *seen <= world.now() {
             return;
@@ -161,7 +167,7 @@ impl Search {
         }
         let locked = match self.rule {
             Rule::NothingSpins => world.attaching() || world.loads_state(),
-            Rule::AsSeen => world.attaching() || world.is_in_s3(),
+            Rule::AsSeen => world.attaching() || world.is_in_s3() || assumed > 0,
             Rule::NoneInsideS1 => world.attaching(),
             Rule::None => false,
         };
@@ -175,7 +181,10 @@ impl Search {
         }
         let mut later = world.clone();
         loop {
-            let looks_at = looks(&later).filter(|_| firewall && world.registered());
+            let probes_at = looks(&later).filter(|_| firewall && world.registered());
+            let assumed = self.assumed(&later);
+            let free_at = (assumed > 0).then(|| later.now() + assumed);
+            let looks_at = probes_at.into_iter().chain(free_at).min();
             if !later.advance(looks_at) || self.breaks_rule(&later) {
                 return;
             }
@@ -183,6 +192,17 @@ impl Search {
                 return self.visit(later, Turn::Opens);
             }
         }
+    }
+
+    /// Time for which an S1 is still assumed to run that nobody sees the end of.
+    fn assumed(&self, world: &World) -> Micros {
+        if self.rule != Rule::AsSeen || world.host().sees_attach {
+            return 0;
+        }
+        let opened = |(at, order): &(Micros, Order)| matches!(order, Order::Open(_)).then_some(*at);
+        let last = self.path.iter().rev().find_map(opened);
+        let attach = Limit::Attach.after().as_micros() as Micros;
+        last.map_or(0, |at| (at + attach).saturating_sub(world.now()))
     }
 
     fn breaks_rule(&self, world: &World) -> bool {

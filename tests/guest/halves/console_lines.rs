@@ -1,35 +1,63 @@
-//! Lines for the console while a GPU is enabled: one as the agent writes its own, and one to the
-//! device under its own name, which nothing redirects.
+//! Lines for the console while GPUs are enabled: in each enabling one as the agent writes its own,
+//! and some to the device under its own name, which nothing redirects. Of these only one that finds
+//! the device idle reaches for it; another one is left to the interrupt that ends the one before.
 
-use super::guest::{on_first_cpu, wait_for, wait_for_begin};
+use super::guest::{connect, on_first_cpu};
 use crate::agent::log;
 use kata_gpu_init::machine::clock::boottime_ns;
 use kata_gpu_wire::names;
 use nix::unistd::dup2_stdout;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::fs::OpenOptionsExt;
+use std::time::Duration;
 
 /// Message of the line about each write, once all GPUs are settled: `to`, and its begin and end in
 /// ns of the boot clock.
 pub const MESSAGE: &str = "line written";
+/// Message behind these.
+pub const OVER: &str = "lines over";
 /// Values of `to`; each line has its own.
 pub const AGENTS: &str = "as the agent";
 pub const DEVICES: &str = "to the device";
+/// Lines to the device in one enabling, and the pause between two.
+const LINES: usize = 10;
+const PAUSE: Duration = Duration::from_millis(20);
 
-/// Writes both lines in the first enabling.
+/// Writes lines in each enabling.
 pub fn run() {
     on_first_cpu();
-    let device = device();
-    wait_for_begin(names::GPU_ENABLE);
-    let agents = timed(|| writeln!(io::stdout().lock(), "a line written {AGENTS}"));
-    let devices = timed(|| writeln!(&device?, "a line written {DEVICES}"));
-    wait_for(names::SETTLED);
-    for (to, (from_ns, to_ns, error)) in [(AGENTS, agents), (DEVICES, devices)] {
+    let (mut written, device) = (Vec::new(), device());
+    let Some(stream) = connect() else { return };
+    for line in BufReader::new(stream).lines().map_while(Result::ok) {
+        let has = |what: &str, name: &str| {
+            line.contains(&format!("\"kind\":\"{what}\",\"name\":\"{name}\""))
+        };
+        if has("begin", names::GPU_ENABLE) {
+            let line = || writeln!(io::stdout().lock(), "a line written {AGENTS}");
+            written.push((AGENTS, timed(line)));
+            for _ in 0..LINES {
+                written.push((DEVICES, timed(|| to_device(&device))));
+                std::thread::sleep(PAUSE);
+            }
+        }
+        if has("event", names::SETTLED) {
+            break;
+        }
+    }
+    for (to, (from_ns, to_ns, error)) in written {
         let (from_ns, to_ns) = (from_ns.to_string(), to_ns.to_string());
         let times = [("from_ns", from_ns.as_str()), ("to_ns", to_ns.as_str())];
         let [from, until] = times;
         log::info(MESSAGE, &[("to", to), from, until, ("error", &error)]);
+    }
+    log::info(OVER, &[]);
+}
+
+fn to_device(device: &io::Result<File>) -> io::Result<()> {
+    match device {
+        Ok(device) => writeln!(&mut &*device, "a line written {DEVICES}"),
+        Err(error) => Err(io::Error::other(error.to_string())),
     }
 }
 

@@ -148,3 +148,36 @@ fn the_schedule_is_near_the_best_order_by_what_is_seen() {
         );
     }
 }
+
+/// The same with a driver whose first parts nobody sees the end of: no order that enables nothing
+/// as long as one is assumed to run is over 1 % faster.
+#[test]
+fn the_schedule_is_near_the_best_order_by_what_is_assumed() {
+    for gpus in [2, 4, 8] {
+        let slow = Times {
+            enable: 3300 * MS,
+            ..MEDIUM
+        };
+        let host = Host {
+            relaxed: false,
+            sees_attach: false,
+            ..Host::of(gpus, slow)
+        };
+        let mut policy = policy(gpus, 2);
+        policy.facts.driver = "535.230.02".parse().ok();
+        let none = Overhead::default();
+        let ours = drive(&host.to_be_loaded(), policy, &[], none, 0).outcome;
+        let best = |host| search(host, Rule::AsSeen, 60_000 * MS, 1_000_000).usable;
+        let assuming = best(&host);
+        assert!(
+            ours.usable * 100 <= assuming * 101,
+            "{gpus}: {ours:?} {assuming}"
+        );
+        // Negative control: orders that see it.
+        let seeing = best(&Host {
+            sees_attach: true,
+            ..host.clone()
+        });
+        assert!(seeing * 100 < assuming * 99, "{gpus}: {seeing} {assuming}");
+    }
+}

@@ -34,7 +34,7 @@ const TICK: Duration = Duration::from_millis(10);
 /// The lane, shared by all GPUs' tasks.
 pub struct Lane {
     sysfs: PciSysfs,
-    /// Parent of the mount points of procfs and devtmpfs.
+    /// Parent of the mount points of procfs, sysfs and devtmpfs.
     root: PathBuf,
     gate: Gate,
     state: Mutex<State>,
@@ -58,7 +58,8 @@ struct State {
 }
 
 impl Lane {
-    /// A lane whose first enabling comes after these steps. `root`: parent of `proc` and `dev`.
+    /// A lane whose first enabling comes after these steps. `root`: parent of `proc`, `sys` and
+    /// `dev`.
     pub fn new(
         sysfs: PciSysfs,
         root: &Path,
@@ -93,7 +94,7 @@ impl Lane {
     ) -> Result<Result<(StepId, Duration), SysfsError>, Panicked> {
         self.end_wait(gpu, holds);
         let (lane, progress) = (Arc::clone(self), Arc::clone(progress));
-        let enabling = threads::run(move || {
+        let enabling = move || {
             let cpu = lane.reserve();
             let step = step!(names::GPU_ENABLE, gpu = %gpu, after = ?lane.lock().after);
             lane.lock().after = After(vec![step.id()]);
@@ -101,7 +102,9 @@ impl Lane {
                 step.id(),
                 step.run(|| enable(&lane.sysfs, gpu, cpu.as_deref(), &progress)),
             )
-        });
+        };
+        // The thread begins when the console is quiet.
+        let enabling = async { threads::run(enabling).await };
         let (step, result) = self.quiet_while(enabling).await?;
         Ok(result.map(|took| (step, took)))
     }
@@ -227,9 +230,11 @@ impl<'a> ConsoleQuiet<'a> {
                 .ok()
                 .flatten();
             // So does an agent that has mounted no pseudo-terminals yet.
-            let start = || Redirect::start(&lane.root.join("dev"), lane.gate.clone()).ok();
+            let start = || Redirect::start(&lane.root, lane.gate.clone()).ok();
             state.redirect = state.redirect.take().or_else(start);
-            let _unused = state.redirect.as_ref().map(Redirect::begin);
+            if let Some(redirect) = &mut state.redirect {
+                redirect.begin();
+            }
         }
         Self(lane)
     }
@@ -241,7 +246,9 @@ impl Drop for ConsoleQuiet<'_> {
         state.enabling -= 1;
         if state.enabling == 0 {
             drop(state.quiet.take());
-            let _unused = state.redirect.as_ref().map(Redirect::end);
+            if let Some(redirect) = &mut state.redirect {
+                redirect.end();
+            }
             self.0.gate.release();
         }
     }

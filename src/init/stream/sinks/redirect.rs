@@ -27,53 +27,63 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::Arc;
 
-/// Directory of pseudo-terminals, where the agent has mounted it, and a console, below /dev.
-const NEW_TERMINAL: &str = "pts/ptmx";
-const CONSOLE: &str = "console";
+/// Maker of pseudo-terminals, where the agent has mounted it.
+const NEW_TERMINAL: &str = "dev/pts/ptmx";
+const CONSOLE: &str = "dev/console";
+/// Names of the devices that are consoles; the last one is behind /dev/console.
+const ACTIVE: &str = "sys/class/tty/console/active";
 /// Most bytes that are taken from a pseudo-terminal at once: what the kernel gives at most.
 const CHUNK: usize = 4096;
 
 /// A pseudo-terminal for redirected output; its thread ends when this is dropped.
 pub struct Redirect {
     terminal: OwnedFd,
-    console: Arc<File>,
+    console: File,
+    /// Whether the redirection is to this terminal, and no other program's.
+    is_ours: bool,
 }
 
 impl Redirect {
-    /// Makes a pseudo-terminal, to which nothing is redirected yet. `dev`: mount point of devtmpfs.
-    /// Must be called inside the runtime.
+    /// Makes a pseudo-terminal, to which nothing is redirected yet. `root`: parent of `dev` and
+    /// `sys`. Must be called inside the runtime.
     ///
     /// Errors: there is no console, or no pseudo-terminal can be made.
-    pub fn start(dev: &Path, gate: Gate) -> io::Result<Self> {
-        let console = Arc::new(open(&dev.join(CONSOLE))?);
-        let reader = open(&dev.join(NEW_TERMINAL))?;
+    pub fn start(root: &Path, gate: Gate) -> io::Result<Self> {
+        let console = open(&root.join(CONSOLE))?;
+        // Under its own name: what the thread writes must not be redirected to itself.
+        let active = std::fs::read_to_string(root.join(ACTIVE))?;
+        let name = active.split_ascii_whitespace().last();
+        let name = name.ok_or_else(|| io::Error::other("no console is active"))?;
+        let device = open(&root.join("dev").join(name))?;
+        let reader = open(&root.join(NEW_TERMINAL))?;
         let terminal = terminal_of(&reader)?;
         // The console itself makes line ends.
         let mut as_it_is = tcgetattr(&terminal)?;
         cfmakeraw(&mut as_it_is);
         tcsetattr(&terminal, SetArg::TCSANOW, &as_it_is)?;
-        let to = Arc::clone(&console);
-        threads::detach(move || relay(reader, &gate, &*to));
-        Ok(Self { terminal, console })
+        threads::detach(move || relay(reader, &gate, device));
+        Ok(Self {
+            terminal,
+            console,
+            is_ours: false,
+        })
     }
 
-    /// Redirects output to the console from now on. EBUSY: another program has redirected it.
-    pub fn begin(&self) -> nix::Result<()> {
-        redirect_console(&self.terminal)
+    /// Redirects output to the console from now on, unless another program has redirected it.
+    pub fn begin(&mut self) {
+        self.is_ours |= redirect_console(&self.terminal).is_ok();
     }
 
     /// Ends the redirection.
-    pub fn end(&self) -> nix::Result<()> {
-        redirect_console(&*self.console)
+    pub fn end(&mut self) {
+        self.is_ours = self.is_ours && redirect_console(&self.console).is_err();
     }
 }
 
 impl Drop for Redirect {
     fn drop(&mut self) {
-        // Fails only for a device that is no console.
-        let _unused = self.end();
+        self.end();
     }
 }
 
