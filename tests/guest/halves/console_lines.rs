@@ -5,11 +5,12 @@
 use super::guest::{connect, on_first_cpu};
 use crate::agent::log;
 use kata_gpu_init::machine::clock::boottime_ns;
+use kata_gpu_init::stream::sinks::redirect::console_device;
 use kata_gpu_wire::names;
 use nix::unistd::dup2_stdout;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::time::Duration;
 
 /// Message of the line about each write, once all GPUs are settled: `to`, and its begin and end in
@@ -27,7 +28,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Writes lines in each enabling.
 pub fn run() {
     on_first_cpu();
-    let (mut written, device) = (Vec::new(), device());
+    let (mut written, device) = (Vec::new(), console_device(Path::new("/")));
     let Some(stream) = connect() else { return };
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
         let has = |what: &str, name: &str| {
@@ -46,10 +47,13 @@ pub fn run() {
         }
     }
     for (to, (from_ns, to_ns, error)) in written {
-        let (from_ns, to_ns) = (from_ns.to_string(), to_ns.to_string());
-        let times = [("from_ns", from_ns.as_str()), ("to_ns", to_ns.as_str())];
-        let [from, until] = times;
-        log::info(MESSAGE, &[("to", to), from, until, ("error", &error)]);
+        let fields = [
+            ("to", to),
+            ("from_ns", &from_ns.to_string()),
+            ("to_ns", &to_ns.to_string()),
+            ("error", &error),
+        ];
+        log::info(MESSAGE, &fields);
     }
     log::info(OVER, &[]);
 }
@@ -67,20 +71,9 @@ fn timed(write: impl FnOnce() -> io::Result<()>) -> (u64, u64, String) {
     (from_ns, boottime_ns(), error.unwrap_or_default())
 }
 
-/// The console's device.
-fn device() -> io::Result<File> {
-    let active = std::fs::read_to_string("/sys/class/tty/console/active")?;
-    let name = active.split_ascii_whitespace().last();
-    let name = name.ok_or_else(|| io::Error::other("no console is active"))?;
-    OpenOptions::new()
-        .write(true)
-        .custom_flags(nix::libc::O_NOCTTY)
-        .open(format!("/dev/{name}"))
-}
-
 /// From now on this process writes its lines to the console's device.
 pub fn write_to_device() {
-    let replaced = device().and_then(|device| Ok(dup2_stdout(device)?));
+    let replaced = console_device(Path::new("/")).and_then(|device| Ok(dup2_stdout(device)?));
     if let Err(error) = replaced {
         log::error("console's device", &[("error", &error.to_string())]);
     }

@@ -158,7 +158,9 @@ impl Lane {
     pub fn over(&self) {
         let mut state = self.lock();
         drop((state.spare.take(), state.cpu.take()));
-        state.redirect = state.redirect.take().filter(|_| state.enabling > 0);
+        if state.enabling == 0 {
+            state.redirect = None;
+        }
     }
 
     /// Keeps the driver's threads that initialise GPUs off the lane's vCPU.

@@ -52,10 +52,7 @@ impl Redirect {
     pub fn start(root: &Path, gate: Gate) -> io::Result<Self> {
         let console = open(&root.join(CONSOLE))?;
         // Under its own name: what the thread writes must not be redirected to itself.
-        let active = std::fs::read_to_string(root.join(ACTIVE))?;
-        let name = active.split_ascii_whitespace().last();
-        let name = name.ok_or_else(|| io::Error::other("no console is active"))?;
-        let device = open(&root.join("dev").join(name))?;
+        let device = console_device(root)?;
         let reader = open(&root.join(NEW_TERMINAL))?;
         let terminal = terminal_of(&reader)?;
         // The console itself makes line ends.
@@ -85,6 +82,14 @@ impl Drop for Redirect {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+/// Opens the device behind /dev/console under its own name. `root`: parent of `dev` and `sys`.
+pub fn console_device(root: &Path) -> io::Result<File> {
+    let active = std::fs::read_to_string(root.join(ACTIVE))?;
+    let name = active.split_ascii_whitespace().last();
+    let name = name.ok_or_else(|| io::Error::other("no console is active"))?;
+    open(&root.join("dev").join(name))
 }
 
 /// Opens a terminal for reading and writing, as nobody's controlling terminal.
